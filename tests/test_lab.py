@@ -228,7 +228,7 @@ def test_an_extended_run_that_was_stopped_has_no_result(tmp_path, monkeypatch):
     train(short(tmp_path / "a", schedule="constant"))
     killed_run(monkeypatch, short(tmp_path / "a", schedule="constant", steps=24), 18, resume=True)
     (row,) = runs_table([read_run(tmp_path / "a")])["rows"]
-    assert row[4:6] == ["17 of 24", "unfinished"]
+    assert row[5:7] == ["17 of 24", "unfinished"]
     assert Run(tmp_path / "a").result() is None
 
 

@@ -172,7 +172,7 @@ def test_numbers_of_any_scale_are_learned(table, tmp_path, capsys, least, unit):
     assert 0 < mae < 20 * unit
     printed = capsys.readouterr().out.split("test mae ")[1].split()[0]
     said = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "--device", "cpu"]).output
-    shown = runs_table([read_run(tmp_path / "run")])["rows"][0][5]
+    shown = runs_table([read_run(tmp_path / "run")])["rows"][0][6]
     for text in (printed, said.split("  mae ")[1].split()[0], shown):
         assert float(text) == pytest.approx(mae, rel=1e-2) and len(text) < 12
     model = weft.load(weft.load(tmp_path / "run").export(tmp_path / "exported"))

@@ -165,8 +165,6 @@ def numbers(attn, L) -> np.ndarray:
         parts = [LinePart(0, "row", "all"), LinePart(1, "column", "others")]
     else:
         parts = attn.direct_parts() + attn.line_parts()[1]
-        if attn.columns_split:
-            parts.sort(key=lambda part: part.axis == "column")
     return np.concatenate([part.source * rows * m + cells[part.axis] for part in parts], 1)
 
 
