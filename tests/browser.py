@@ -11,6 +11,8 @@ import subprocess
 import pytest
 import torch
 
+from weft.inspect.gather import attention
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
@@ -19,6 +21,12 @@ def payload(page: str) -> dict:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     assert found
     return json.loads(found[1])
+
+
+def shown(model, inputs, **more) -> dict:
+    """The data of the section "Attention"."""
+    how = dict(tokens=None, pictures=None, targets=None, classes=None, examples=1, map_up_to=64)
+    return attention(model, inputs, **how | more)
 
 
 def unpacked(packed: dict) -> torch.Tensor:

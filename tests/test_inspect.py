@@ -8,14 +8,12 @@ import warnings
 
 import pytest
 import torch
-from browser import unpacked
 
 import weft
 from weft import inspect
 from weft.inspect import figures
-from weft.inspect.gather import attention
 from weft.inspect.measure import nonzero
-from weft.inspect.views import attention_views, outermost
+from weft.inspect.views import attention_views
 from weft.models import CRATE, CRATEText, LanguageModel, TextClassifier, TextMatcher
 
 
@@ -180,52 +178,6 @@ def test_rows_in_inference_mode():
     torch.testing.assert_close(long.row, short.row)
 
 
-def test_views_of_transformers_models():
-    """Their mechanisms exist after the first call, and do not belong to the state dict."""
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=20)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="eager")).eval()
-    ids = torch.randint(20, (2, 9))
-    expected = model(ids, output_attentions=True).attentions
-    with pytest.raises(ValueError, match="add one with weft.swap"):
-        attention_views(model, [ids])
-    weft.swap(model, to="full")
-    for view, wanted in zip(attention_views(model, [ids])[0], expected, strict=True):
-        torch.testing.assert_close(view.map, wanted, atol=1e-6, rtol=1e-5)
-    weft.swap(model, to="linear")
-    views = attention_views(model, [ids])[0]
-    assert [(view.path, *view.mechanisms) for view in views] == [
-        (f"model.layers.{i}.self_attn", "linear", "linear") for i in range(2)
-    ]
-    assert [mechanism.name for _, mechanism in outermost(model)] == ["linear", "linear"]
-
-
-def test_views_of_mechanisms_that_the_first_call_creates():
-    """The layer was bidirectional, and is called with a causal mask."""
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
-    weft.swap(layer, to="linear")
-    mask = torch.nn.Transformer.generate_square_subsequent_mask(9)
-    (view,), _ = attention_views(layer, [torch.randn(1, 9, 16), mask])
-    assert (view.map.triu(1) == 0).all() and (view.map[0, 0].tril() > 0).sum() == 45
-
-
-def test_a_layer_that_also_returns_its_weights_is_one_view():
-    """`need_weights` is the default of nn.MultiheadAttention."""
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
-
-        def forward(self, x):
-            return self.attention(x, x, x)[0]
-
-    model = Model().eval()
-    weft.swap(model, to="full")
-    (view,), _ = attention_views(model, torch.randn(1, 9, 16))
-    assert view.path == "attention"
-
-
 def test_mechanisms_are_called_with_or_without_names():
     class Model(torch.nn.Module):
         def __init__(self):
@@ -238,57 +190,6 @@ def test_mechanisms_are_called_with_or_without_names():
 
     (view,), _ = attention_views(Model().eval(), torch.randn(1, 4, 3, 3))
     assert view.map.shape == (1, 1, 9, 9) and view.windows is None
-
-
-def test_pairwise_biases_of_swapped_layers_are_shown():
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
-    x, bias = torch.randn(1, 9, 16), torch.randn(9, 9).masked_fill(torch.eye(9).bool(), float("-inf"))
-    expected, [_, weights] = layer(x, bias), layer.self_attn(x, x, x, attn_mask=bias, average_attn_weights=False)
-    weft.swap(layer, to="full")
-    [view], out = attention_views(layer, [x, bias])
-    torch.testing.assert_close(view.map, weights)
-    torch.testing.assert_close(out, expected)
-
-
-def small(**more):
-    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=20)
-    return sizes | more
-
-
-@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "modernbert", "bert"])
-def test_full_attention_of_transformers_is_the_models_own(kind):
-    """Also with sliding windows, for which a swapped model uses no mechanism unless somebody looks."""
-    transformers = pytest.importorskip("transformers")
-    more = {"modernbert": {"local_attention": 4}, "bert": {}}.get(kind, dict(sliding_window=4, num_key_value_heads=1))
-    config = transformers.AutoConfig.for_model(kind, **small(pad_token_id=0, head_dim=8, **more))
-    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
-    ids = torch.randint(1, 20, (1, 9))
-    expected = model(ids, output_attentions=True)
-    weft.swap(model, to="full")
-    views, out = attention_views(model, [ids])
-    torch.testing.assert_close(out[0], expected[0])
-    for view, weights in zip(views, expected.attentions, strict=True):
-        torch.testing.assert_close(view.map, weights)
-
-
-def test_full_attention_with_relative_positions_of_transformers_is_shown():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
-    model = transformers.T5EncoderModel._from_config(config, attn_implementation="eager").eval()
-    ids = torch.randint(1, 20, (1, 9))
-    expected = model(ids, output_attentions=True).attentions
-    weft.swap(model, to="full")
-    for view, weights in zip(attention_views(model, [ids])[0], expected, strict=True):
-        torch.testing.assert_close(view.map, weights)
-
-
-def test_attention_without_a_mechanism_is_an_error():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GptOssConfig(**small(num_key_value_heads=1, head_dim=8, num_local_experts=4))
-    model = transformers.GptOssForCausalLM(config).eval()
-    weft.swap(model, to="full")
-    with pytest.raises(ValueError, match="no mechanism of this model was called: full attention with sinks"):
-        attention_views(model, [torch.randint(20, (1, 9))])
 
 
 def test_inspection_needs_no_other_library():
@@ -391,162 +292,10 @@ def test_a_single_argument_needs_no_list():
     assert weft.inspect.attention_views(crate, images)[0][0].map.shape == (2, 2, 5, 5)
 
 
-class Foreign(torch.nn.Module):
-    """PyTorch's layers in a list or in their encoder, whose padding masks are True at padding, or BERT."""
-
-    def __init__(self, kind: str):
-        super().__init__()
-        self.kind, self.embed = kind, torch.nn.Embedding(30, 16)
-        layers = [torch.nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
-        if kind == "bert":
-            transformers = pytest.importorskip("transformers")
-            sizes = dict(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-            self.inner = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=16))
-        elif kind == "encoder":
-            self.inner = torch.nn.TransformerEncoder(layers[0], 2, enable_nested_tensor=False)
-        else:
-            self.inner = torch.nn.ModuleList(layers)
-
-    def forward(self, ids):
-        if self.kind == "bert":
-            return self.inner(ids, attention_mask=(ids > 0).long())[0]
-        x, pad = self.embed(ids), ids == 0
-        for layer in [self.inner] if self.kind == "encoder" else self.inner:
-            x = layer(x, None, pad)
-        return x
-
-
-@pytest.mark.parametrize("kind", ["list", "encoder", "bert", "swapped bert"])
-def test_padding_of_other_libraries_layers_is_not_measured(kind):
-    torch.manual_seed(0)
-    model, ids = Foreign(kind.split()[-1]), torch.randint(1, 30, (4, 4))  # as many rows as tokens
-    if "swapped" in kind:
-        weft.swap(model, "full")
-    weft.cache(model)
-    model.train()(ids)
-    rates = [inspect.measure(model.eval(), x)["rate"] for x in (ids, torch.nn.functional.pad(ids, (0, 3)))]
-    torch.testing.assert_close(*rates, rtol=1e-4, atol=1e-4)
-    assert rates[0].min() > 1
-    assert len(inspect.tokens_per_layer(model, torch.nn.functional.pad(ids, (0, 3)))[1]) == 4
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("swapped", [False, True])
-def test_blocks_of_transformers_models_are_measured(swapped, padded):
-    """They keep their mechanisms outside of their modules, and create them in their first call."""
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
-    ids = torch.randint(1, 30, (2, 7))
-    mask = torch.ones_like(ids)
-    mask[0, : 3 * padded] = 0
-    states = []
-    for layer in model.model.layers:
-        layer.register_forward_hook(lambda _, args, output: states.append(output.detach().double()))
-    model(ids, mask)
-    expected = [[_rate(z[real.bool()]) for z, real in zip(layer, mask, strict=True)] for layer in states]
-    if swapped:
-        weft.swap(model, "full")
-    else:
-        weft.huggingface.register()
-        model.set_attn_implementation("weft:full")
-    found = inspect.measure(model, [ids, mask])["rate"]
-    torch.testing.assert_close(found, torch.stack([torch.stack(row) for row in expected]), rtol=1e-5, atol=1e-5)
-    z, tokens, _ = inspect.tokens_per_layer(model, [ids, mask])
-    assert z.shape == (2, len(tokens), 16) and len(tokens) == 7 - 3 * padded
-
-
-def _rate(z: torch.Tensor) -> torch.Tensor:
-    z = z / z.norm(dim=-1, keepdim=True)
-    return torch.logdet(torch.eye(len(z), dtype=z.dtype) + z.shape[1] / (len(z) * 0.01) * z @ z.T) / 2
-
-
 def test_a_mask_does_not_lower_the_precision_of_coding_rates():
     z = torch.randn(7, 5, dtype=torch.float64)
     mask = torch.ones(7, dtype=torch.bool)
     torch.testing.assert_close(inspect.coding_rate(z, mask=mask), inspect.coding_rate(z), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("map_up_to", [4, 64])
-def test_class_tokens_that_were_moved_are_shown_in_front(map_up_to):
-    timm = pytest.importorskip("timm")
-    sizes = dict(img_size=32, patch_size=8, embed_dim=24, depth=1, num_classes=3)
-    model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
-    weft.swap(model, "local", block_size=4, prefix=1)
-    layer, seen = model.blocks[0].attn, []
-    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    for row in (0, 5, -1):
-        (view,), _ = inspect.attention_views(model, torch.rand(1, 3, 32, 32), row=row, map_up_to=map_up_to)
-        q, k, _ = layer.qkv(seen[-1]).unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4)
-        expected = layer._core(q, k, torch.eye(17).expand(1, 3, 17, 17), None, False)
-        torch.testing.assert_close(view.row, expected[:, :, row])
-        if view.map is not None:
-            torch.testing.assert_close(view.map, expected)
-
-
-def test_windows_of_an_image_are_put_together():
-    """Shifted windows, and padding of an image that they do not divide."""
-    timm = pytest.importorskip("timm")
-    from timm.models.swin_transformer import window_partition
-
-    sizes = dict(img_size=(40, 56), window_size=4, embed_dim=8, depths=(2,), num_heads=(2,), num_classes=3)
-    model = timm.create_model("swin_tiny_patch4_window7_224", **sizes).eval()
-    weft.swap(model, "full")
-    image = torch.rand(1, 3, 40, 56)
-    views, output = inspect.attention_views(model, image)
-    torch.testing.assert_close(output, model(image))
-    for view, shift in zip(views, (0, 2), strict=True):
-        cells = torch.arange(1, 141).view(10, 14).roll((-shift, -shift), (0, 1))
-        cells = torch.nn.functional.pad(cells, (0, 2, 0, 2))
-        assert view.windows.grid == (10, 14)
-        assert torch.equal(view.windows.tokens + 1, window_partition(cells[None, ..., None], (4, 4)).flatten(1))
-    (shown,) = payload_of(model, image)["layers"][1]["examples"]
-    assert shown["tokens"] == "shared" and shown["grid"] == [10, 14] and shown["query"] == 0
-    row, map_, tokens = unpacked(shown["row"]), unpacked(shown["windows"]["map"]), shown["windows"]["tokens"]
-    (window,) = (i for i, w in enumerate(tokens) if 0 in w)
-    kept = [t >= 0 for t in tokens[window]]
-    found = row[:, [t for t in tokens[window] if t >= 0]]
-    torch.testing.assert_close(found, map_[:, window, tokens[window].index(0), kept], atol=0.01, rtol=0)
-    torch.testing.assert_close(row.sum(1), found.sum(1))
-
-
-def test_windows_in_another_order_are_not_shown_as_the_image():
-    timm = pytest.importorskip("timm")
-    model = timm.create_model("davit_tiny", embed_dims=(16, 16, 16, 16), num_heads=(1, 1, 1, 1)).eval()
-    with pytest.warns(UserWarning, match="keep their own attention"):
-        weft.swap(model, "full")
-    found = payload_of(model, torch.rand(1, 3, 64, 64))
-    first = found["layers"][0]["examples"][0]
-    assert first["parts"] == 9 and first["tokens"] is None and found["examples"][0]["grid"] is None
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_queries_that_are_no_tokens_of_the_image(learned):
-    class Pool(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.queries = torch.nn.Parameter(torch.randn(1, 1, 3, 8), requires_grad=learned)
-            self.attend = weft.make_attention("full", heads=1, head_dim=8)
-
-        def forward(self, x):
-            keys = x.flatten(1, 2)[:, None]
-            return self.attend(self.queries, keys, keys)
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.pool = Pool()
-
-        def forward(self, images):
-            return self.pool(images.movedim(1, -1))
-
-    (view,), _ = attention_views(Model().eval(), torch.randn(1, 8, 4, 4))
-    assert view.windows is None and view.map.shape == (1, 1, 3, 16)
-
-
-def payload_of(model, images):
-    how = dict(tokens=None, targets=None, classes=None, examples=1, map_up_to=256)
-    return attention(model, [images], pictures=images, **how)
 
 
 class Packed(torch.nn.Module):

@@ -8,15 +8,13 @@ import re
 
 import pytest
 import torch
-from browser import browser, payload, run_browser, unpacked
-from test_pvt import SMALL
+from browser import browser, payload, run_browser, shown, unpacked
 
 import weft
 from weft import inspect
 from weft.cli.inspect import words
 from weft.inspect.gather import attention, coherences, layer_name, pack
 from weft.models import CRATE, TextClassifier, TextMatcher
-from weft.models.pvt import PVT
 from weft.models.translation import Translator
 from weft.models.words import WordModel
 from weft.tasks import TaskData
@@ -258,34 +256,6 @@ def test_text_page_in_a_browser(tmp_path, text_page):
 
 
 @browser
-def test_windows_in_a_browser(tmp_path):
-    """A click on a cell shows its attention in its window, over the whole image."""
-    timm = pytest.importorskip("timm")
-    sizes = dict(img_size=32, window_size=4, embed_dim=8, depths=(1,), num_heads=(2,), num_classes=3)
-    model = timm.create_model("swin_tiny_patch4_window7_224", **sizes).eval()
-    weft.swap(model, "full")
-    page = inspect.report(model, torch.rand(1, 3, 32, 32), out=tmp_path / "swin.html")
-    dom = run_browser(
-        tmp_path,
-        page,
-        """
-        const box = document.querySelectorAll('.frame')[1].getBoundingClientRect();
-        document.querySelectorAll('.frame')[1].dispatchEvent(new MouseEvent('click',
-          {clientX: box.left + .95 * box.width, clientY: box.top + .05 * box.height}));
-        const canvas = document.querySelector('[data-head="1"] canvas'), shades = [...canvas.getContext('2d')
-          .getImageData(0, 0, 8, 8).data].filter((_, i) => i % 4 === 3);
-        const report = {line: document.querySelector('.card p').textContent,
-          shown: shades.map(a => Number(a > 0)).join('')};
-        const out = document.createElement('pre'); out.id = 'report'; out.textContent = JSON.stringify(report);
-        document.body.append(out);
-        """,
-    )
-    found = json.loads(html.unescape(re.search(r'<pre id="report">(.*?)</pre>', dom, re.S)[1]))
-    assert "attention of “row 1, column 8” in its window" in found["line"]
-    assert found["shown"] == "00001111" * 4 + "00000000" * 4
-
-
-@browser
 def test_crate_page_in_a_browser(tmp_path, crate_page):
     dom = run_browser(tmp_path, crate_page, "")
     for heading in ("Attention", "Layer by layer", "Tokens", "Subspaces", "Cache"):
@@ -451,11 +421,6 @@ def test_a_single_layer_and_a_timm_model(tmp_path):
     assert [len(s["mean"]) for s in data["curves"]["charts"][0]["series"]] == [2]
 
 
-def shown(model, inputs) -> dict:
-    how = dict(tokens=None, pictures=None, targets=None, classes=None, examples=1, map_up_to=64)
-    return attention(model, inputs, **how)
-
-
 def test_a_mask_of_integers_is_no_document():
     """The tokens of an OPT, whose layers are in a `decoder`, and those of an encoder and a decoder."""
     transformers = pytest.importorskip("transformers")
@@ -478,41 +443,6 @@ def test_a_mask_of_integers_is_no_document():
     assert decoder["tokens"] == cross["queries"] == [f"token {i}" for i in range(1, 6)]
 
 
-@browser
-def test_queries_of_a_pyramid_are_not_named_after_its_keys(tmp_path):
-    """Its layers read fewer keys than they have queries; names of the keys would be those of other places."""
-    timm = pytest.importorskip("timm")
-    sizes = dict(embed_dims=(8, 8), depths=(1, 1), num_heads=(1, 1), sr_ratios=(4, 2), mlp_ratios=(1, 1))
-    model = timm.create_model("pvt_v2_b0", **sizes).eval()
-    weft.swap(model, "full")
-    page = inspect.report(model, torch.rand(1, 3, 32, 32), out=tmp_path / "pvt.html")
-    assert payload(page.read_text("utf-8"))["attention"]["layers"][0]["examples"][0]["map"]["shape"] == [1, 64, 4]
-    assert "attention of “query 1”" in run_browser(tmp_path, page, "")
-
-
-def test_the_keys_of_a_pyramid_are_an_image():
-    """Not that of the slots of its caches, which may be of another size."""
-    model = PVT(**SMALL, cache={})
-    images = torch.rand(1, 3, 64, 96)
-    model(images)
-    weft.swap(model, "full")
-    found = shown(model, [images])
-    assert found["examples"][0]["grid"] == [2, 3]
-    last = found["layers"][-2]["examples"][0]
-    assert last["row"]["shape"] == [4, 7] and last["tokens"][:2] == ["[CLS]", "row 1, column 1"]
-
-
-def test_every_stage_of_a_pyramid_has_its_image():
-    timm = pytest.importorskip("timm")
-    sizes = dict(embed_dims=(8, 8), depths=(1, 1), num_heads=(1, 1), sr_ratios=(4, 1), mlp_ratios=(1, 1))
-    model = timm.create_model("pvt_v2_b0", **sizes)
-    weft.swap(model, "full")
-    found = shown(model, [torch.rand(1, 3, 32, 64)])
-    first, second = (layer["examples"][0] for layer in found["layers"])
-    assert found["examples"][0]["grid"] == [2, 4] and first["tokens"] == "shared"
-    assert second["grid"] == [4, 8] and second["tokens"][-1] == "row 4, column 8"
-
-
 def test_padding_does_not_hide_the_map():
     model = TextClassifier(19, 2, max_length=60, dim=16, heads=2, head_dim=8, layers=1, mlp_dim=8, attention="local")
     ids = torch.zeros(2, 40, dtype=torch.long)
@@ -522,37 +452,3 @@ def test_padding_does_not_hide_the_map():
     torch.testing.assert_close((view.map, view.row), (expected.map, expected.row))
     for too_long in (ids.clamp(min=1), torch.nn.functional.pad(ids, (0, 9))):
         assert inspect.attention_views(model, too_long, map_up_to=12)[0][0].map is None
-
-
-def test_images_with_registers_and_of_another_size():
-    timm = pytest.importorskip("timm")
-    sizes = dict(img_size=16, patch_size=8, embed_dim=24, num_heads=2, depth=1, num_classes=3)
-    model = timm.create_model("vit_small_patch14_reg4_dinov2", dynamic_img_size=True, **sizes)
-    weft.swap(model, "full")
-    for rows, columns in ((2, 2), (3, 4)):
-        found = shown(model, [torch.rand(1, 3, 8 * rows, 8 * columns)])
-        (example,) = found["examples"]
-        assert example["grid"] == [rows, columns]
-        assert example["tokens"][:2] == ["[CLS]", "register 1"]
-        assert example["tokens"][4:6] == ["register 4", "row 1, column 1"]
-        assert len(example["tokens"]) == 5 + rows * columns and found["layers"][0]["examples"][0]["tokens"] == "shared"
-
-
-def test_a_single_register_is_no_class_token():
-    timm = pytest.importorskip("timm")
-    sizes = dict(img_size=16, patch_size=8, embed_dim=24, num_heads=2, depth=1, num_classes=3)
-    model = timm.create_model("vit_medium_patch16_reg1_gap_256", **sizes)
-    weft.swap(model, "full")
-    (example,) = shown(model, [torch.rand(1, 3, 16, 16)])["examples"]
-    assert example["tokens"][:2] == ["register 1", "row 1, column 1"]
-
-
-@browser
-def test_registers_in_a_browser(tmp_path):
-    timm = pytest.importorskip("timm")
-    sizes = dict(img_size=16, patch_size=8, embed_dim=24, num_heads=2, depth=1, num_classes=3)
-    model = timm.create_model("vit_small_patch14_reg4_dinov2", **sizes)
-    weft.swap(model, "full")
-    page = inspect.report(model, torch.rand(1, 3, 16, 16), out=tmp_path / "page.html")
-    dom = run_browser(tmp_path, page, "")
-    assert "of it on [CLS] to register 4, the rest on the image" in dom
