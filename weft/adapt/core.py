@@ -19,6 +19,7 @@ from torch.fx import Proxy
 from ..attention import Attention, attention_info, make_attention
 from ..attention.subsampled import Subsampling
 from ..core.contract import PositionBias, hide
+from ..core.dispatch import constant
 from ..core.precision import autocast
 from ..core.softmax import softmax_attention
 from ..core.unread import connected
@@ -100,7 +101,7 @@ class Core(nn.Module):
         v = connected(attn, q, k, v)
         if not pairs:
             return attn(q, k, v, mask, bias)
-        if self.name != "full" or watched.get():
+        if self.name != "full" or watched():
             return attn(q, k, v, mask, total(bias, *(PairBias(t[(None,) * (4 - t.dim())]) for t in pairs)))
         return masked_full(
             q, k, v, mask, causal=causal, allowed=allowed, added=added, dropout=self.dropout if self.training else 0.0
@@ -110,17 +111,22 @@ class Core(nn.Module):
         return f"name={self.name!r}"
 
 
-watched: ContextVar[bool] = ContextVar("watched", default=False)
+_watched: ContextVar[bool] = ContextVar("_watched", default=False)
 
 
 @contextmanager
 def watching() -> Iterator[None]:
     """Within this block, full attention calls its mechanism for masks and biases of pairs, too: hooks see it."""
-    token = watched.set(True)
+    token = _watched.set(True)
     try:
         yield
     finally:
-        watched.reset(token)
+        _watched.reset(token)
+
+
+@constant
+def watched() -> bool:
+    return _watched.get()
 
 
 def fx_leaf(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -198,7 +198,7 @@ def _attend(
             if began is not None:
                 return _heads_last(began), None
     plain = position_bias is None and chosen is None and not (of_matrix or special or over_cache or window)
-    seen = watched.get() and not (special or over_cache) and chosen is None and packed is None
+    seen = watched() and not (special or over_cache) and chosen is None and packed is None
     if choice.name == "full" and not plain and not seen:
         # No earlier queries are needed, so any cache works.
         run = _full(q, k, mask, position_bias, causal, window, special, packed, chosen)
