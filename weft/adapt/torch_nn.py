@@ -84,7 +84,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
             return found
         # A causal mechanism hides masked queries too, but the padding of another sequence is none of the queries'.
         same = same or padding is None or not (self.weft_cross or self.weft.name == "full")
-        if same and Lq == Lk and (is_causal or is_causal_mask(pairs)):
+        read = pairs.dim() == 2 or not torch.compiler.is_compiling()  # to read a mask breaks the graph
+        if same and Lq == Lk and (is_causal or (read and is_causal_mask(pairs))):
             found["causal"] = True
             return found
         pairs = pairs.view(B, H, Lq, Lk) if pairs.dim() == 3 else pairs[None, None]
