@@ -38,8 +38,9 @@ def causal_sum(a: Tensor, b: Tensor, v: Tensor, g: Tensor | None = None, *, chun
     added = (b * (g - end[..., None]).exp()[..., None]).transpose(-1, -2) @ v
     fade = (start - end).clamp(max=0).exp()
     state, carried = torch.zeros_like(added[:, :, 0]), []
-    for kept, new in zip(fade[..., None, None].unbind(2), added.unbind(2), strict=True):  # not by index: the backward
-        carried.append(state)  # of an index fills a tensor of the size of all chunks
+    # Not by index: the backward of each index would fill a tensor of the size of all chunks.
+    for kept, new in zip(fade[..., None, None].unbind(2), added.unbind(2), strict=True):
+        carried.append(state)
         state = state * kept + new
     near = (g[..., None, :] - top[..., :, None]).masked_fill(~past, float("-inf")).exp()
     far = (start[..., None] - top).clamp(max=0).exp()[..., None]
